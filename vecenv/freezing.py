@@ -610,7 +610,7 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
         with deferred_signals():
             for row in rows:
                 _replace_worker(engine, frozen, row, copies.pop(0))
-            engine.failures.forget(rows)
+            engine.failure_log.forget(rows)
             if engine.policy.restart:
                 engine.rebuilder.last_good.keep(rows, pin=engine.copies)
             engine.verified -= set(rows)

@@ -215,7 +215,7 @@ def test_failure_that_cannot_be_recorded_is_the_result_of_its_request(
         raise TypeError("cannot be recorded")
 
     reset_rows(submissions, 0, 1, 2)
-    monkeypatch.setattr(submissions._changes.failures, "record", raise_error)
+    monkeypatch.setattr(submissions._changes.failure_log, "record", raise_error)
     for row, action in enumerate((8, 3, 4)):
         submissions.submit(row, "step", action)
     for worker in envs._pool.processes:

@@ -1156,7 +1156,7 @@ def test_step_sent_to_a_dead_worker_raises(launch: Launch) -> None:
     kill_worker(envs, 0)
     with pytest.raises(WorkerDied):
         envs.step(ACTIONS[:2])
-    envs._driver.failures.forget([0])
+    envs._driver.failure_log.forget([0])
     with pytest.raises(WorkerDied, match="env 0"):
         envs.step(np.array(ACTIONS[:2]))
 

@@ -218,7 +218,7 @@ class Program:
                 self.send_actions(received)
 
     def get_failed_rows(self) -> list[int]:
-        return sorted(self.envs._driver.failures.failed)
+        return sorted(self.envs._driver.failure_log.failed)
 
     def recover(self) -> None:
         if rows := self.get_failed_rows():

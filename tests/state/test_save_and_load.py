@@ -297,7 +297,7 @@ def test_load_raises_if_a_worker_dies_after_its_reply(monkeypatch: pytest.Monkey
         worker = engine.pool.processes[0]
 
         def wait_for_reply_and_death(deadline: float | None) -> Any:
-            if 0 in engine.failures.failed and worker.death is None:  # not during the check before the load
+            if 0 in engine.failure_log.failed and worker.death is None:  # not during the check before the load
                 assert select.select([worker.channel.fd], [], [], 10)[0]
                 os.kill(worker.pid, signal.SIGKILL)
                 while not worker.has_ended():

@@ -1,7 +1,7 @@
 """The exchange of messages with workers: submits requests, writes their messages, and waits for replies.
 
 A signal handler can raise after any call and at any jump (see :mod:`vecenv.front.guard`). So the state is changed by a
-single store, or in a short block between ``state.changing = True`` and ``state.changing = False``, which never waits for a
+single store, or in a block between ``state.changing = True`` and ``state.changing = False``, which never waits for a
 reply. An exception during a *wait* loses nothing, and the wait can be repeated. An exception in a *block* may lose a request
 or a result: ``changing`` stays set, and every guarded call raises ``ResetNeeded``, except a reset of all rows, which drops
 all pending requests. A block is not a ``with`` statement, because that takes 0.15 us (1 us with a generator function), and
@@ -32,7 +32,7 @@ from vecenv.front.arguments import ResetOptions, deadline_after, select_options
 from vecenv.front.driver import require_pending_reset, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
 from vecenv.link.infos import NO_INFO
-from vecenv.link.messages import COLUMNS_OUTCOME, LAST_STEP_OP, PLAIN_OUTCOME, Op, copy_if_possible, pack_head, pack_number
+from vecenv.link.messages import COLUMNS_OUTCOME, LAST_STEP_OP, PLAIN_OUTCOME, Op, copy_if_possible, pack_head, pack_seq
 from vecenv.system.supervision import innermost_location
 
 _STEP, _STEP_SOME = int(Op.STEP), int(Op.STEP_SOME)  # packing an enum is slower
@@ -54,7 +54,7 @@ class Exchange:
     def __init__(self, state: CallState, changes: StateChanges) -> None:
         self.state, self.changes, self.num_envs = state, changes, changes.num_envs
         self.in_flight, self.ready = changes.in_flight, changes.ready
-        self.pool, self.policy, self.failures = changes.pool, changes.policy, changes.failures
+        self.pool, self.policy, self.failure_log = changes.pool, changes.policy, changes.failure_log
         self.request: Request | None = None
         self.rows_at_once: int | None = None
         self._local_deferred = False  # the last wait deferred the caller's own share, because a worker had a reply
@@ -65,7 +65,7 @@ class Exchange:
         """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
         pool, changes = self.pool, self.changes
         if (
-            actions is not None or len(rows) < self.num_envs or self.failures.failed or pool.max_concurrency is not None
+            actions is not None or len(rows) < self.num_envs or self.failure_log.failed or pool.max_concurrency is not None
             or (for_recv and self.rows_at_once is not None)
         ):  # fmt: skip
             self._send_parts(rows, actions, for_recv)
@@ -73,11 +73,12 @@ class Exchange:
         # a plain step: the same message, without payload, to all workers
         workers = pool.workers
         self.state.changing = True
-        if changes.store.in_use:
-            # Sends after a `recv` of some rows use the same batch. If a row was returned from it and then fails, it must
-            # keep that observation, not get one of the previous batch from `restore_rows`: so copy the previous batch now.
+        if changes.store.must_renew:
+            # With `keep`, the new batch begins as a copy of the previous one, and `restore_rows` does nothing. `recv` needs
+            # that, because several sends write into one batch: if a row fails in a later one, the observation that it must
+            # keep is in this batch, not in the previous one.
             changes.store.renew(keep=for_recv)
-        seq = changes.next_number()
+        seq = changes.next_seq()
         request = Request("step", for_recv, len(workers))
         expected_reply = pack_head(PLAIN_REPLY, seq)
         for worker in workers:
@@ -97,7 +98,7 @@ class Exchange:
         failed = self._find_failed(rows)
         if failed and not self.policy.restart:
             # the driver has checked this, but then an observer's `on_step` may call `Engine.snapshots`, which detects deaths
-            raise failed_earlier_error({row: self.failures.failed[row] for row in failed})
+            raise failed_earlier_error({row: self.failure_log.failed[row] for row in failed})
         healthy = sorted(set(rows).difference(failed) if failed else rows)
         parts = list(self.pool.split_into_rounds(healthy, self.rows_at_once if for_recv else None))
         payloads = [  # may raise
@@ -123,9 +124,9 @@ class Exchange:
     def _find_failed(self, rows: Sequence[int]) -> list[int]:
         """Return those of ``rows`` that failed, after handling undetected deaths of the failed rows' workers.
 
-        A rebuild must not be sent to a dead process, and all other rows of that process have failed, too.
+        Deaths come first: a rebuild must not be sent to a dead process, and all other rows of that process failed, too.
         """
-        failed = self.failures.failed
+        failed = self.failure_log.failed
         if not failed:
             return []
         self.state.changing = True
@@ -154,12 +155,12 @@ class Exchange:
                 # the result shows the other rows, too: without infos, and without what failing steps wrote
                 others = np.isin(np.arange(self.num_envs), rows, invert=True)
                 changes.arrays.info_schemas[others], changes.arrays.final[others] = NO_INFO, False
-                changes.rebuilder.last_good.restore(self.failures.failed.keys() - set(rows))
+                changes.rebuilder.last_good.restore(self.failure_log.failed.keys() - set(rows))
         changes.handle_undetected_deaths(rows)
         if (error := changes.replace_dead(rows)) is not None:
             self.state.changing = was_changing  # without this reset, an interrupted change still needs one
             raise error
-        self.failures.forget(rows)
+        self.failure_log.forget(rows)
         changes.rebuilder.seeds = restart_seeds
         request = Request("reset", for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
@@ -201,7 +202,7 @@ class Exchange:
         parts = [(worker, payload) for worker in self.pool.workers if (payload := build_payload(worker)) is not None]
         payloads = [self.pool.pickle_for(worker, payload) for worker, payload in parts]  # may raise
         if dead := [row for worker, _ in parts if worker.death is not None for row in worker.rows]:
-            raise failed_earlier_error({row: self.failures.failed.get(row, "its worker died") for row in dead})
+            raise failed_earlier_error({row: self.failure_log.failed.get(row, "its worker died") for row in dead})
         if announce is not None:
             announce()
         self.state.changing = True
@@ -341,7 +342,7 @@ class Exchange:
         The next flush continues one that was interrupted outside of its blocks.
         """
         pool = self.pool
-        if pool.held or len(pool.written_to) < len(pool.processes):  # a message is in no channel yet
+        if pool.held or len(pool.write_results) < len(pool.processes):  # a message is in no channel yet
             self.state.changing = True
             for worker in pool.queue_rest():
                 self.changes.handle_death(worker)  # there should be none (see `handle_death`)
@@ -395,11 +396,11 @@ class Exchange:
                     self.flush()  # rebuild messages, before the program handles the exception
                     return True
                 if must_wait:
-                    if pool.unflushed or pool.held or len(pool.written_to) < len(processes):  # some messages are unwritten
+                    if pool.unflushed or pool.held or len(pool.write_results) < len(processes):  # unwritten messages
                         if not self._wait_for_next_replies(deadline):
                             return False
                         continue
-                    until = _earlier_deadline(deadline, worker.deadline) if worker.deadline else deadline
+                    until = _earlier_deadline(deadline, worker.restart_deadline) if worker.restart_deadline else deadline
                     if not pool.wait_for_one(worker, until):
                         if until == deadline:
                             return False
@@ -433,9 +434,9 @@ class Exchange:
             self._local_deferred = True  # only once: workers that always have a reply would starve it
         if not pool.processes:
             return True
-        rebuilding = [worker for worker in pool.processes if worker.deadline and worker.death is None]
-        first_due = min(rebuilding, key=lambda worker: worker.deadline, default=None)
-        until = deadline if first_due is None else _earlier_deadline(deadline, first_due.deadline)
+        limited = [worker for worker in pool.processes if worker.restart_deadline and worker.death is None]
+        first_due = min(limited, key=lambda worker: worker.restart_deadline, default=None)
+        until = deadline if first_due is None else _earlier_deadline(deadline, first_due.restart_deadline)
         events = pool.wait(until)
         if events is None and (until == deadline or first_due is None):
             return False
@@ -445,11 +446,11 @@ class Exchange:
                 changes.handle_death(worker)
         changes.settle_for_recv()
         self.state.changing = False
-        if first_due is not None and 0.0 < first_due.deadline <= time.monotonic():  # also if others have replied
+        if first_due is not None and 0.0 < first_due.restart_deadline <= time.monotonic():  # also if others have replied
             self._kill_if_overdue(first_due)
         if pool.unflushed:  # rebuild messages, which have a time limit
             self.flush()
-            return deadline is None or time.monotonic() < deadline  # rebuilds that fail at once may do so forever
+            return deadline is None or time.monotonic() < deadline  # rebuilds that always fail at once would go on
         return True
 
     # -- replies -----------------------------------------------------------------------------------------------------
@@ -494,7 +495,7 @@ class Exchange:
                 self.ready += rows
         else:
             has_payload = outcome.has_payload()
-            self.changes.apply(local, pack_number(seq), outcome if has_payload else None, outcome.columns or has_payload)
+            self.changes.apply(local, pack_seq(seq), outcome if has_payload else None, outcome.columns or has_payload)
             self.changes.settle_for_recv()
         self.state.changing = False
 
@@ -521,9 +522,9 @@ class Exchange:
         steps = [worker for worker in late if worker.pending[0][2].command in ("step", "reset")]
         if late and not (self.policy.restart and steps):
             error = self.pool.timeout_error(method, limit, late)
-            self.failures.record_late(error, late)
+            self.failure_log.record_late(error, late)
             raise error
-        hanging = [worker for worker in steps if not worker.deadline]  # the others are rebuilding: see `_kill_if_overdue`
+        hanging = [worker for worker in steps if not worker.restart_deadline]  # others: `_kill_if_overdue`
         self._kill(hanging, f"it hung for more than {format_seconds(limit)}", limit)
 
     def _kill_if_overdue(self, worker: WorkerProcess) -> None:

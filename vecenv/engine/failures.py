@@ -312,7 +312,7 @@ class Rebuilder:
 
     Args:
         policy: The options for handling failures.
-        failures: The log of failures.
+        failure_log: The log of failures.
         arrays, store, infos: The results, observations and infos of the rows.
         tree: The structure of an observation; ``None`` if it has no fixed size.
         mode: The autoreset mode.
@@ -324,14 +324,14 @@ class Rebuilder:
     """
 
     def __init__(
-        self, policy: Policy, failures: FailureLog, arrays: SharedArrays, store: Store, infos: InfoReader, tree: Tree | None,
-        mode: AutoresetMode, counters: Counters,
+        self, policy: Policy, failure_log: FailureLog, arrays: SharedArrays, store: Store, infos: InfoReader,
+        tree: Tree | None, mode: AutoresetMode, counters: Counters,
     ) -> None:  # fmt: skip
         num_envs = len(arrays.rewards)
         self.budget = RestartBudget(policy.restart_limit, policy.restart_period, lambda: counters.own_steps / num_envs)
         self.last_good = LastGoodObservations(store, tree, num_envs)
         self.seeds = np.random.SeedSequence()
-        self._failures, self._arrays, self._store, self._infos, self._mode = failures, arrays, store, infos, mode
+        self._failure_log, self._arrays, self._store, self._infos, self._mode = failure_log, arrays, store, infos, mode
 
     def count_restarts(
         self, rows: Iterable[int], workers: Sequence[Worker], budget: RestartBudget | None = None
@@ -340,34 +340,34 @@ class Rebuilder:
 
         A dead worker counts as one restart, regardless of the number of its rows.
         """
-        failures, uncounted, budget = self._failures, set(rows) - self._failures.restart_counted, budget or self.budget
+        log, uncounted, budget = self._failure_log, set(rows) - self._failure_log.restart_counted, budget or self.budget
         causes: list[tuple[str, Sequence[int]]] = []
         # each death once, whichever of its rows are rebuilt
-        deaths = {id(failures.deaths[row]): failures.deaths[row] for row in sorted(uncounted & failures.deaths.keys())}
+        deaths = {id(log.deaths[row]): log.deaths[row] for row in sorted(uncounted & log.deaths.keys())}
         for death in deaths.values():
             causes.append((death.first_line, list(death.envs)))
             uncounted -= set(death.envs)
-        causes += [(name_row(row, failures.failed[row]), [row]) for row in sorted(uncounted)]
+        causes += [(name_row(row, log.failed[row]), [row]) for row in sorted(uncounted)]
         for position, (cause, cause_rows) in enumerate(causes):
-            if notes := failures.notes.get(cause_rows[0]):
+            if notes := log.notes.get(cause_rows[0]):
                 cause += f" ({'; '.join(notes)})".replace("\n", " ")
                 causes[position] = cause, cause_rows
             if not budget.spend(cause, cause_rows):
                 budget.refund(position)  # the rows of earlier causes are not restarted either
                 return self._exhausted_error(cause, cause_rows, workers, budget)
         for cause, cause_rows in causes:
-            failures.restarts += 1
-            failures.restart_counted |= failures.failed.keys() & set(cause_rows)
-            failures.restart_log.log(cause)
+            log.restarts += 1
+            log.restart_counted |= log.failed.keys() & set(cause_rows)
+            log.restart_log.log(cause)
         return None
 
     def _exhausted_error(
         self, cause: str, rows: Sequence[int], workers: Sequence[Worker], budget: RestartBudget
     ) -> RestartsExhausted:
         """Return the error for ``rows`` that exceed the budget; it names all failed rows of ``workers``."""
-        failed = sorted(row for worker in workers for row in worker.rows if row in self._failures.failed)
+        failed = sorted(row for worker in workers for row in worker.rows if row in self._failure_log.failed)
         worker = next(worker for worker in workers if rows[0] in worker.rows)
-        deaths = self._failures.deaths
+        deaths = self._failure_log.deaths
         death = deaths.get(rows[0])
         where = {row: deaths[row].where[row] for row in failed if row in deaths}
         return RestartsExhausted(
@@ -392,6 +392,7 @@ class Rebuilder:
         """Mark rows as being rebuilt for a request; return the payload: seeds, options, True if the next step resets.
 
         In next-step mode, the result is a truncated step, so the next step resets the row again, as after any truncation.
+        The observation of the first reset is not shown.
 
         A row that fails in a reset is rebuilt with the options of that reset. Its seed in that reset, if it has one, is used
         for the first rebuild only; all other seeds are fresh.
@@ -407,11 +408,11 @@ class Rebuilder:
             given = [request.seeds[row] if row in reseeded else None for row in rows]
             seeds = [fresh if seed is None else seed for seed, fresh in zip(given, seeds, strict=True)]
             request.repeated.update(rows)
-        for observer in self._failures.observers:
+        for observer in self._failure_log.observers:
             observer.on_reset(rows, seeds, select_options(request.options, rows))
         return seeds, select_options(request.options, rows), stepping and self._mode is AutoresetMode.NEXT_STEP
 
-    def end_episodes(self, request: Request, rows: Sequence[int]) -> None:
+    def write_rebuilt_results(self, request: Request, rows: Sequence[int]) -> None:
         """Write the results of rebuilt rows. Those of a step are truncated steps, as docs/failures.md describes."""
         arrays, stepping = self._arrays, request.command == "step"
         same_step = self._mode is AutoresetMode.SAME_STEP

@@ -69,7 +69,7 @@ class Engine(WorkerDriver):
     backend: ClassVar[str] = "process"
     owned_resource = "its workers"
     exchange: Exchange
-    failures: FailureLog
+    failure_log: FailureLog
     store: Store
     stage: ActionStage
 
@@ -90,15 +90,15 @@ class Engine(WorkerDriver):
         self.store = make_store(self.arena, arrays)
         self.info_reader = InfoReader(arrays.info_schemas, arrays.infos)
         self._no_infos = WorkerInfos(self.info_reader, None, self.num_envs, {}, {})
-        self.failures = FailureLog(self.observers, logs_like_gymnasium=policy.logs_like_gymnasium)
+        self.failure_log = FailureLog(self.observers, logs_like_gymnasium=policy.logs_like_gymnasium)
         self.rebuilder = Rebuilder(
-            policy, self.failures, arrays, self.store, self.info_reader, layout.observations, self.mode, self.counters
+            policy, self.failure_log, arrays, self.store, self.info_reader, layout.observations, self.mode, self.counters
         )
         if not options.placements:
             options.placements, options.caller_spin = placements(num_workers)
         self.pool = WorkerPool(plan, self.arena, arrays, options, policy)
         changes = StateChanges(
-            self.pool, policy, self.failures, self.rebuilder, arrays, self.store, self.info_reader, self.counters
+            self.pool, policy, self.failure_log, self.rebuilder, arrays, self.store, self.info_reader, self.counters
         )
         self.exchange = Exchange(self.state, changes)
         try:
@@ -121,7 +121,7 @@ class Engine(WorkerDriver):
             ready_messages.insert(0, Ready(local.pid, *local.env_rows.build()))
         workers = zip(self.pool.workers, ready_messages, strict=True)
         if failures := [(failure, worker) for worker, ready in workers for failure in ready.failures]:
-            raise self.failures.combine(Request("start"), self.failures.record("start", failures))
+            raise self.failure_log.combine(Request("start"), self.failure_log.record("start", failures))
         return [mismatch for ready in ready_messages for mismatch in ready.mismatches]
 
     # -- all rows at once ----------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Engine(WorkerDriver):
         exchange = self.exchange
         if exchange.request is not None or exchange.in_flight:
             self.require_idle("step_async")
-        failed = self.failures.failed
+        failed = self.failure_log.failed
         if failed and not self.restarts_rows:
             raise failed_earlier_error(failed)
         action_list = self.stage.put(actions)
@@ -367,7 +367,7 @@ class Engine(WorkerDriver):
 
         def announce() -> None:
             if not self.restarts_rows:  # a new worker has built the environments of these rows already
-                self.require_intact(self.failures.deaths.keys() & rows)
+                self.require_intact(self.failure_log.deaths.keys() & rows)
             self.announce_call(rows, command, arguments)
 
         self.exchange.send_call(command, op, build_payload, announce)
@@ -431,7 +431,7 @@ class Engine(WorkerDriver):
         def announce() -> None:
             self.announce_call(rows, "load", (parsed,))
             # an interrupted load may have changed any of these environments
-            self.failures.failed.update(dict.fromkeys(rows, _INTERRUPTED_LOAD))
+            self.failure_log.failed.update(dict.fromkeys(rows, _INTERRUPTED_LOAD))
 
         # outside of `try`: if it raises, nothing is loaded, or the load is still pending
         self.exchange.send_call("load", Op.LOAD, _select_positions(rows), announce)
@@ -449,7 +449,7 @@ class Engine(WorkerDriver):
 
     def _accept_all(self, snapshot_by_row: Mapping[int, Snapshot]) -> list[int]:
         """Accept and return the rows that were loaded. By now, ``failed`` has another text for rows that failed."""
-        failed = self.failures.failed
+        failed = self.failure_log.failed
         loaded = [row for row in snapshot_by_row if failed.get(row) == _INTERRUPTED_LOAD]
         for row in loaded:
             self.accept_loaded(row, snapshot_by_row[row])
@@ -459,7 +459,7 @@ class Engine(WorkerDriver):
 
     def _lost_error(self, lost: Collection[int], loaded: Collection[int]) -> Exception:
         """Return the exception for rows that failed after they were loaded."""
-        error = failed_earlier_error({row: self.failures.failed[row] for row in lost})
+        error = failed_earlier_error({row: self.failure_log.failed[row] for row in lost})
         name_envs(error, lost)
         name_envs(error, loaded, "loaded_rows")
         return error
@@ -469,7 +469,7 @@ class Engine(WorkerDriver):
         if snapshot.row.used:
             self.store.set_row(row, snapshot.row.observation)
         self.arrays.info_schemas[row] = NO_INFO
-        self.failures.forget([row])
+        self.failure_log.forget([row])
 
     def _call(self, command: str, op: Op, build_payload: Callable[[Worker], Any]) -> dict[int, Any]:
         self.exchange.send_call(command, op, build_payload)
@@ -480,7 +480,7 @@ class Engine(WorkerDriver):
     def state_dict(self, rows: list[int], spaces: list[Any], verify: bool) -> dict[str, Any]:
         """Return the states of rows, counters, seeds and the generators of ``spaces`` in one dict."""
         snapshots = self.save(rows, verify)
-        counts = self.counters.steps, self.counters.resets, self.failures.restarts
+        counts = self.counters.steps, self.counters.resets, self.failure_log.restarts
         return pack_state(snapshots, self.mode, counts, self.rebuilder.seeds, spaces)
 
     def load_state_dict(self, state: Mapping[str, Any], rows: list[int], spaces: list[Any]) -> Any:
@@ -488,7 +488,7 @@ class Engine(WorkerDriver):
         saved = read_state(state, len(rows), self.mode, spaces)
         observations = self.load(saved.snapshots, rows)
         self.rebuilder.seeds = saved.seeds
-        saved.load(self.counters, self.failures)
+        saved.load(self.counters, self.failure_log)
         return observations
 
     # -- hanging workers, capabilities and statistics ------------------------------------------------------------------
@@ -520,8 +520,8 @@ class Engine(WorkerDriver):
         return {
             **super()._compute_stats(),
             **measure_workers(self.arrays),
-            "restarts": float(self.failures.restarts),
-            "errors": float(self.failures.num_errors),
+            "restarts": float(self.failure_log.restarts),
+            "errors": float(self.failure_log.num_errors),
             "bytes_pickled": float(sum(worker.channel.bytes_pickled for worker in self.pool.processes)),
             **freezing.frozen_stats(self),
         }
@@ -532,7 +532,7 @@ class Engine(WorkerDriver):
         """End the workers; see :meth:`WorkerPool.close`. Log errors from the environments' ``close()``. Safe to repeat."""
         self.pool.close(timeout, step_timeout)
         self.pool.log_failures_in_close()
-        self.failures.restart_log.close()
+        self.failure_log.restart_log.close()
 
     def release(self) -> None:
         """Free all memory and descriptors after ``close()``. No call may be using them. Idempotent."""

@@ -70,7 +70,8 @@ class Request:
             then drop it.
         convert_result: A function that converts the result of a call to its method's return value; ``None``: no conversion.
         may_have_infos: False if all replies were plain, so that there are no infos and final observations.
-        infos, finals: By row: infos and final observations that were pickled.
+        infos, finals: By row: infos and final observations that are not in shared memory: pickled ones, and those of rebuilt
+            rows.
         results: By row: the results of a call.
         failures: Exceptions of environments, each with the worker that reported it.
         deaths: The deaths of workers with a pending message of this request.

@@ -38,8 +38,8 @@ from vecenv.link.messages import (
     is_call,
     name_envs,
     note_once,
-    number_of,
     pack_head,
+    packed_seq_of,
 )
 from vecenv.link.observations import Store
 from vecenv.shm import SharedArrays
@@ -47,8 +47,9 @@ from vecenv.system.reporting import warn
 from vecenv.system.signals import deferred_signals
 
 PLAIN_REPLY: Final = int(Reply.PLAIN)  # packing an enum is slower
-REBUILT: Final = 0
-"""The code of the expected reply to a rebuild; see :data:`~vecenv.engine.worker_process.PendingMessage`."""
+REBUILD_MARK: Final = 0
+"""A mark in the expected reply of a pending rebuild, in place of the code of a reply (see
+:data:`~vecenv.engine.worker_process.PendingMessage`). No reply has it, so that every reply to a rebuild is decoded."""
 _COLUMNS_REPLY: Final = bytes([Reply.COLUMNS])
 _FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
 
@@ -60,7 +61,7 @@ class StateChanges:
 
     Args:
         pool: The workers.
-        policy, failures, rebuilder: The handling of failures, their log, and the restarts.
+        policy, failure_log, rebuilder: The handling of failures, their log, and the restarts.
         arrays, store, info_reader: The results, observations and infos that workers write.
         counters: The numbers of steps and resets that were returned.
 
@@ -72,19 +73,21 @@ class StateChanges:
         not_stepped: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
         unsettled: Requests for ``recv`` with failures that :meth:`settle_for_recv` has to handle.
-        unraised: Exceptions that the next calls of ``recv`` raise, each with its rows of :meth:`_find_rows_to_settle`, which
-            stay in flight until then. There are none if, without restarts, all failed rows have results that could not be
-            sent in full: these rows are ready.
+        unraised: Exceptions that the next calls of ``recv`` raise, each with its unfinished rows, which stay in flight until
+            then. This set is empty if, without restarts, all failed rows have results that could not be sent in full: these
+            rows are ready.
         warned: Fields for which a warning was logged.
     """
 
     def __init__(
-        self, pool: WorkerPool, policy: Policy, failures: FailureLog, rebuilder: Rebuilder, arrays: SharedArrays,
+        self, pool: WorkerPool, policy: Policy, failure_log: FailureLog, rebuilder: Rebuilder, arrays: SharedArrays,
         store: Store, info_reader: InfoReader, counters: Counters,
     ) -> None:  # fmt: skip
-        self.pool, self.policy, self.failures, self.rebuilder, self.counters = pool, policy, failures, rebuilder, counters
+        self.pool, self.policy, self.failure_log, self.rebuilder, self.counters = (
+            pool, policy, failure_log, rebuilder, counters
+        )  # fmt: skip
         self.arrays, self.store, self.info_reader, self.num_envs = arrays, store, info_reader, len(arrays.rewards)
-        self._seq = 0  # the number of the latest message
+        self._seq = 0  # the sequence number of the latest message
         self.in_flight: set[int] = set()
         self.ready: list[int] = []
         self.resetting: set[int] = set()
@@ -97,25 +100,25 @@ class StateChanges:
 
     # -- queueing ----------------------------------------------------------------------------------------------------
 
-    def next_number(self) -> int:
-        """Return the number of the next message, which is never 0."""
+    def next_seq(self) -> int:
+        """Return the sequence number of the next message, which is never 0."""
         self._seq = self._seq % 0xFFFFFFFF + 1
         return self._seq
 
     def add(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
-        """Add a pending message with a new number, and queue it.
+        """Add a pending message with a new sequence number, and queue it.
 
         ``STEP_SOME`` or ``RESET_SOME`` for all rows of the worker becomes ``STEP`` or ``RESET``.
         """
-        if self.store.in_use and not is_call(op):
+        if self.store.must_renew and not is_call(op):
             self.store.renew()
-        seq, rebuilds = self.next_number(), op == Op.REBUILD_SOME
+        seq, rebuilds = self.next_seq(), op == Op.REBUILD_SOME
         if len(rows) == len(worker.rows) and not rebuilds:
             op = _FOR_ALL_ROWS.get(op, op)
         else:
             self.arrays.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        worker.pending.append((pack_head(REBUILT if rebuilds else PLAIN_REPLY, seq), rows, request))
+        worker.pending.append((pack_head(REBUILD_MARK if rebuilds else PLAIN_REPLY, seq), rows, request))
         if rebuilds:
             self.set_deadline(worker)
         self.pool.queue(worker, op, seq, payload)
@@ -129,7 +132,7 @@ class StateChanges:
             container.clear()
         for worker in self.pool.workers:
             if worker.pending:
-                worker.dropped.update((number_of(reply), request.command) for reply, _, request in worker.pending)
+                worker.dropped.update((packed_seq_of(reply), request.command) for reply, _, request in worker.pending)
                 worker.pending.clear()
             # now only a starting worker has a deadline
             self.set_deadline(worker)
@@ -137,14 +140,14 @@ class StateChanges:
 
     def record_dropped(self, command: str, failures: Iterable[tuple[Failure, Worker]]) -> None:
         """Record the fatal failures of a request that is about to be dropped, or was dropped before the reply."""
-        self.failures.record(command, [pair for pair in failures if pair[0].fatal], mark="none")
+        self.failure_log.record(command, [pair for pair in failures if pair[0].fatal], mark="none")
 
     def drop_request(self, request: Request) -> None:
         """Drop the messages of one request, which is a call."""
         self.record_dropped(request.command, request.failures)
         for worker in self.pool.workers:
             others = [pending for pending in worker.pending if pending[2] is not request]
-            dropped = [number_of(reply) for reply, _, other in worker.pending if other is request]
+            dropped = [packed_seq_of(reply) for reply, _, other in worker.pending if other is request]
             self.pool.drop_held(dropped)
             worker.dropped.update(dict.fromkeys(dropped, request.command))
             worker.pending.clear()
@@ -179,8 +182,8 @@ class StateChanges:
         """Make rows with a reply ready for ``recv``, except those that :meth:`settle_for_recv` rebuilds or raises for."""
         if request.failures or request.deaths:
             self._note_unsettled(request)
-            failed = self._find_rows_to_settle(request)
-            rows = [row for row in rows if row not in failed]
+            unfinished = self._find_unfinished_rows(request)
+            rows = [row for row in rows if row not in unfinished]
         if request.infos or request.finals:
             self.ready_infos.update((row, request.infos.pop(row)) for row in rows if row in request.infos)
             self.ready_finals.update((row, request.finals.pop(row)) for row in rows if row in request.finals)
@@ -190,18 +193,21 @@ class StateChanges:
         if request not in self.unsettled:
             self.unsettled.append(request)
 
-    def _find_rows_to_settle(self, request: Request) -> set[int]:
-        """Return the rows without a result and, with restarts, all that failed. For ``recv``, these do not become ready."""
+    def _find_unfinished_rows(self, request: Request) -> set[int]:
+        """Return the rows without a result and, with restarts, all that failed, so that their results are replaced.
+
+        ``recv`` returns them once they are rebuilt, or raises for them.
+        """
         restart = self.policy.restart
         return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
 
     def settle_for_recv(self) -> None:
         """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
         while self.unsettled:
-            error, failed = self.settle(self.unsettled[0])
+            error, unfinished = self.settle(self.unsettled[0])
             del self.unsettled[0]  # not earlier: `settle` may kill a worker, and `handle_death` would note the request again
             if error is not None:
-                self.unraised.append((error, failed))
+                self.unraised.append((error, unfinished))
 
     def take_unraised(self) -> Exception:
         """Remove the oldest exception that ``recv`` has to raise, with its rows, and return it."""
@@ -257,22 +263,22 @@ class StateChanges:
             if request.for_recv:
                 self.ready += rows
         else:
-            self._apply_message(worker, message)
-        if worker.deadline:
+            self._decode_and_apply(worker, message)
+        if worker.restart_deadline:
             self._begin_next(worker)
         return True
 
-    def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
+    def _decode_and_apply(self, worker: WorkerProcess, message: bytes) -> None:
         code, _, payload = decode(message)
         if code == Reply.READY:  # of a replacement; `WorkerPool.start` reads those of the first processes
             ready = pickle.loads(payload or b"")
             worker.has_started, worker.start_failures = True, ready.failures if ready.ends else []
         else:
             outcome = None if payload is None else decode_outcome(payload)
-            self.apply(worker, number_of(message), outcome, code != PLAIN_REPLY)
+            self.apply(worker, packed_seq_of(message), outcome, code != PLAIN_REPLY)
 
-    def apply(self, worker: Worker, number: bytes, outcome: Outcome | None, may_have_infos: bool) -> None:
-        """Apply a reply to its request. ``number`` is the sequence number in bytes, as in the head of a message.
+    def apply(self, worker: Worker, packed_seq: bytes, outcome: Outcome | None, may_have_infos: bool) -> None:
+        """Apply a reply to its request. ``packed_seq`` is its sequence number in bytes, as in the head of a message.
 
         ``outcome`` is the payload of the reply, if it has one. ``may_have_infos`` is False if the reply is plain.
         """
@@ -284,11 +290,11 @@ class StateChanges:
                     warn(text)
         pending = worker.pending
         index = 0  # nearly always the right one
-        while index < len(pending) and pending[index][0][1:] != number:
+        while index < len(pending) and pending[index][0][1:] != packed_seq:
             index += 1
         if index == len(pending):  # the request was dropped
             # no entry if an exception interrupted `drop_request` before it put the other messages back
-            command = worker.dropped.pop(number, "step")
+            command = worker.dropped.pop(packed_seq, "step")
             if outcome is not None:
                 self.record_dropped(command, [(failure, worker) for failure in outcome.failures])
             return
@@ -307,18 +313,18 @@ class StateChanges:
             request.failures += [(failure, worker) for failure in outcome.failures]
             if self.policy.restart:
                 self._refuse_bad_infos(worker, outcome, request)
-        if expected_reply[0] == REBUILT:
-            self._end_episodes(request, rows)
+        if expected_reply[0] == REBUILD_MARK:
+            self._finish_rebuilds(request, rows)
         if request.for_recv:
             self._make_ready(request, rows)
 
-    def _end_episodes(self, request: Request, rows: Sequence[int]) -> None:
-        """End the episodes of rows that were rebuilt. The next ``settle`` rebuilds those that failed again."""
+    def _finish_rebuilds(self, request: Request, rows: Sequence[int]) -> None:
+        """Write the results of rows that were rebuilt. The next ``settle`` rebuilds those that failed again."""
         failed = {failure.env for failure, _ in request.failures}
         rebuilt = [row for row in rows if row not in failed]
-        self.failures.forget(rebuilt)
-        self.failures.restart_counted -= failed
-        self.rebuilder.end_episodes(request, rebuilt)
+        self.failure_log.forget(rebuilt)
+        self.failure_log.restart_counted -= failed
+        self.rebuilder.write_rebuilt_results(request, rebuilt)
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
@@ -335,23 +341,23 @@ class StateChanges:
         failed, and their next step rebuilds them.
 
         Returns:
-            The exception or ``None``, and the rows of ``_find_rows_to_settle``.
+            The exception or ``None``, and the rows of ``_find_unfinished_rows``.
         """
         runs_episodes = request.command in ("step", "reset")
         refused = any(failure.refused for failure, _ in request.failures)
         rebuilds = self.policy.restart and runs_episodes and not refused and not self._lacks_reset(request)
-        failed = self._find_rows_to_settle(request)
-        self.store.restore_rows(failed)  # with lending, their rows of the new batch may be undefined
-        raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
+        unfinished = self._find_unfinished_rows(request)
+        self.store.restore_rows(unfinished)  # with lending, their rows of the new batch may be undefined
+        raised = self.failure_log.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
         error: Exception | None
         if rebuilds:
             self._end_workers_out_of_memory(request.command, raised)
-            failed |= self._find_rows_to_settle(request)  # with unanswered rows of the workers just killed
-            error = self.queue_rebuilds(request, sorted(failed))
+            unfinished |= self._find_unfinished_rows(request)  # with unanswered rows of the workers just killed
+            error = self.queue_rebuilds(request, sorted(unfinished))
             if error is not None and not isinstance(error, WorkerDied):
-                name_envs(error, failed)
+                name_envs(error, unfinished)
         else:
-            error = self.failures.combine(request, raised)
+            error = self.failure_log.combine(request, raised)
             if request.deaths and self.policy.restart:
                 note_once(error, "the next step() or reset() rebuilds the environments of dead workers")
             elif request.deaths and runs_episodes:
@@ -363,7 +369,7 @@ class StateChanges:
         request.failures.clear()
         request.deaths.clear()
         request.lost.clear()
-        return error, failed
+        return error, unfinished
 
     def _lacks_reset(self, request: Request) -> bool:
         """True if environments raised in a step before any reset, and without an earlier step or load."""
@@ -377,7 +383,7 @@ class StateChanges:
             worker, _ = self.pool.split([row])[0]
             if isinstance(error, MemoryError) and isinstance(worker, WorkerProcess) and worker.death is None:
                 worker.noted_activity = command, row
-                worker.kill_reason = f"{self.failures.failed[row]}, so it was killed"
+                worker.kill_reason = f"{self.failure_log.failed[row]}, so it was killed"
                 worker.watch.signal(signal.SIGKILL)
                 self.handle_death(worker)
 
@@ -423,9 +429,9 @@ class StateChanges:
     def set_deadline(self, worker: Worker) -> None:
         """Set the deadline of a process that starts or, with ``step_timeout``, has to rebuild; otherwise remove it."""
         start, step = self.policy.start_timeout, self.policy.step_timeout
-        rebuilds = step is not None and any(reply[0] == REBUILT for reply, *_ in worker.pending)
+        rebuilds = step is not None and any(reply[0] == REBUILD_MARK for reply, *_ in worker.pending)
         is_limited = rebuilds or not worker.has_started
-        worker.deadline = time.monotonic() + start + (step or 0.0) if is_limited else 0.0
+        worker.restart_deadline = time.monotonic() + start + (step or 0.0) if is_limited else 0.0
 
     def handle_death(self, worker: WorkerProcess) -> None:
         """Record the death of a worker, once. Its pending messages are lost.
@@ -439,13 +445,13 @@ class StateChanges:
         if worker.hung_for is None and worker.death is None:
             with contextlib.suppress(ChannelClosed):  # after the replies that it wrote before it ended
                 while (message := worker.channel.receive()) is not None:
-                    self._apply_message(worker, message)
+                    self._decode_and_apply(worker, message)
         pending = list(worker.pending)
         with deferred_signals():  # `drop_all` could not make up for a part of this
             is_new = worker.death is None
             death = worker.reap()
             if is_new:
-                self.failures.record_death(death)
+                self.failure_log.record_death(death)
             self.pool.drop_messages(worker)
         worker.pending.clear()
         for _, rows, request in pending:
@@ -453,7 +459,7 @@ class StateChanges:
             request.remaining -= 1
             request.lost.update(rows)
             unfinished = request.rebuilding.keys() & set(rows)
-            self.failures.restart_counted -= unfinished  # a death during their rebuild counts as another restart
+            self.failure_log.restart_counted -= unfinished  # a death during their rebuild counts as another restart
             for row in unfinished:
                 del request.rebuilding[row]
             if death not in request.deaths:

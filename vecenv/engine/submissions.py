@@ -59,7 +59,7 @@ class Submissions:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._state, self._changes = engine, engine.state, engine.exchange.changes
-        self.failed, self.verified = engine.failures.failed, engine.verified
+        self.failed, self.verified = engine.failure_log.failed, engine.verified
         self.deaths: deque[Death] = deque()
         workers = self._changes.pool.processes
         self._worker_index = {row: worker.index for worker in workers for row in worker.rows}
@@ -110,7 +110,7 @@ class Submissions:
         elif command == "load":
             request.convert_result = partial(self._accept_loaded, row, payload)
         elif command == "reset":
-            changes.failures.forget([row])
+            changes.failure_log.forget([row])
         self._state.changing = True
         changes.add(worker, op | OVERLAPS if len(worker.rows) > 1 else op, [row], request, packed)
         changes.in_flight.add(row)
@@ -180,7 +180,7 @@ class Submissions:
             ((_, worker), *_) = request.failures
             loses_episode = command in ("step", "reset")  # even if only a part of the result cannot be sent
             mark = "all" if loses_episode else "fatal"
-            ((_, error), *_) = changes.failures.record(command, request.failures, mark=mark)
+            ((_, error), *_) = changes.failure_log.record(command, request.failures, mark=mark)
             if not loses_episode:
                 return None, error
             failure = EnvFailed(f"env {row}, {worker.label}, during {command}: {summary(error)}")
@@ -246,11 +246,11 @@ class Submissions:
         except OSError as error:
             if budget is not None:
                 cause = f"{death.first_line}; a new process cannot be started: {error}"
-                changes.failures.restart_log.log(cause)
+                changes.failure_log.restart_log.log(cause)
             raise
         if budget is None:
-            changes.failures.restarts += 1
-        changes.failures.forget(worker.rows)
+            changes.failure_log.restarts += 1
+        changes.failure_log.forget(worker.rows)
         request = self._starting[new] = Request("start")
         request.rows = list(new.rows)
         self._watch(new)

@@ -41,8 +41,8 @@ PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the expected reply, its rows, and its request.
 
 ``StateChanges.apply_next`` handles two replies without decoding them: the expected one, and the same with the code
-COLUMNS. The expected reply to a rebuild has the code ``REBUILT``, which no reply has, so even a plain one is decoded, and
-``StateChanges.apply`` ends the episodes of the rebuilt rows."""
+COLUMNS. The expected reply to a rebuild has the code ``REBUILD_MARK``, which no reply has, so even a plain one is decoded,
+and ``StateChanges.apply`` writes the results of the rebuilt rows."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)
@@ -68,7 +68,7 @@ class LocalWorker:
     """
 
     death, has_started = None, True
-    deadline = 0.0
+    restart_deadline = 0.0
 
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows) -> None:
         self.index, self.rows, self.env_rows = index, rows, env_rows
@@ -126,11 +126,11 @@ class WorkerProcess:
         death: How it ended; ``None`` while it is alive.
         was_late: True if a reply was late; ``close()`` then waits less for this worker.
         limit_from: The time from which ``step_timeout`` counts, if it is later than the beginning of the caller's wait;
-            minus infinity at first. Set when a held message is released, and after each reply before ``deadline``.
-        deadline: The ``time.monotonic()`` by which a replacement has to start or, with ``step_timeout`` and while a rebuild
-            is pending, the process has to reply to its oldest message; 0.0: none. ``StateChanges.set_deadline`` sets it
-            when a replacement is started or a rebuild is queued, and again after each reply, or when these were dropped.
-            Waits for replies kill it after that.
+            minus infinity at first. Set when a held message is released, and after each reply before
+            ``restart_deadline``.
+        restart_deadline: The ``time.monotonic()`` after which waits kill a replacement that has not started or, with
+            ``step_timeout``, a process with a pending rebuild that has not replied to its oldest message; 0.0: none. Set by
+            ``StateChanges.set_deadline``: at a start, for a rebuild, after each reply, and when these were dropped.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.
@@ -160,7 +160,7 @@ class WorkerProcess:
         self.start_failures: list[Failure] = []
         self.death: Death | None = None
         self.exitcode: int | None = None
-        self.deadline = self._drained_at = 0.0
+        self.restart_deadline = self._drained_at = 0.0
         self._drained = 0  # replies that `drain` has read, the latest at `_drained_at`
         self.watch = ProcessWatch(process, descriptors)
         poll = select.poll()
@@ -324,7 +324,7 @@ class WorkerProcess:
         unanswered = [request for _, _, request in self.pending][self._drained :]
         if step_timeout is None or not unanswered or unanswered[0].command not in ("step", "reset"):
             return deadline
-        return min(deadline, max(self._drained_at + step_timeout, self.deadline))
+        return min(deadline, max(self._drained_at + step_timeout, self.restart_deadline))
 
     def release(self) -> None:
         """Close every descriptor of an ended process. Idempotent."""

@@ -472,7 +472,7 @@ class WorkerDriver(Driver):
     Attributes:
         exchange: The exchange of messages. Its ``request`` is the pending request that returns all its rows together, or
             ``None``. Its ``in_flight`` has the rows that ``recv`` has yet to return.
-        failures: The log of failures, with ``errors``, ``failed`` and ``restarts``.
+        failure_log: The log of failures, with ``errors``, ``failed`` and ``restarts``.
         store: The latest observations.
         observers: The observers to notify of calls, results and failures.
         last_received: The rows of the latest result, in its order: those that ``send`` steps by default.
@@ -482,7 +482,7 @@ class WorkerDriver(Driver):
 
     missing_reasons: ClassVar[Mapping[str, str]] = {**Driver.missing_reasons, "recording": "record_failures= was not given"}
     exchange: Any
-    failures: Any
+    failure_log: Any
     store: Any
     observers: list[Any]
     last_received: npt.NDArray[np.intp]
@@ -546,12 +546,12 @@ class WorkerDriver(Driver):
 
     def require_not_failed(self, rows: Collection[int]) -> None:
         """Raise for failed rows, unless the next step rebuilds them."""
-        if self.failures.failed and not self.restarts_rows:
+        if self.failure_log.failed and not self.restarts_rows:
             self.require_intact(rows)
 
     def require_intact(self, rows: Collection[int]) -> None:
         """Raise ``EnvFailed`` if some of these rows have to be rebuilt."""
-        failed = self.failures.failed
+        failed = self.failure_log.failed
         if affected := failed.keys() & set(rows):
             raise failed_earlier_error({row: failed[row] for row in affected})
 

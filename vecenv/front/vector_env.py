@@ -706,7 +706,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
         name = f"{self.spec.id}, " if self.spec is not None else ""
         if not hasattr(self, "_driver"):
             return f"{type(self).__name__}({name}closed)"
-        failures, state = self._driver.failures, self._driver.state
+        failures, state = self._driver.failure_log, self._driver.state
         restarts = f", restarted={failures.restarts}" if failures.restarts else ""
         failed = f", failed={sorted(failures.failed)}" if failures.failed else ""
         phase = "RESET_NEEDED" if state.changing and not state.active_thread else self._phase.name
@@ -748,7 +748,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
     @property
     def errors(self) -> deque[ErrorRecord]:
         """The last 1,000 failures, oldest first; also after :meth:`close`."""
-        return self._driver.failures.errors  # type: ignore[no-any-return]
+        return self._driver.failure_log.errors  # type: ignore[no-any-return]
 
     @property
     @exclusive

@@ -241,21 +241,21 @@ class InfoReader:
         return self._schemas[number].read(memoryview(self._records[row])) if number > BY_PICKLE else {}
 
     def read(
-        self, rows: Array | None, count: int, pickled: Mapping[int, Any], final_obs: Mapping[int, Any]
+        self, rows: Array | None, count: int, by_row: Mapping[int, Any], final_obs: Mapping[int, Any]
     ) -> dict[Any, Any]:
         """Return the merged infos of ``count`` rows.
 
         Args:
             rows: Environment indices, in the order of the result; ``None`` for all of them.
             count: Length of every array in the result.
-            pickled: The infos that were sent as pickles, unpickled, by environment.
+            by_row: Infos outside of shared memory, by environment: those sent as pickles, and those of rebuilt rows.
             final_obs: The last observations of episodes that ended in this step, by environment.
 
         Raises:
             InfoError: An info is not a dict, or cannot be read.
         """
-        if pickled:
-            return self._merge_rows(rows, count, pickled, final_obs)
+        if by_row:
+            return self._merge_rows(rows, count, by_row, final_obs)
         numbers = self._numbers if rows is None else self._numbers[rows]
         key: Any = numbers[:1].tobytes()  # bytes: with few rows, one NumPy comparison would take longer than the rest
         same_schema = numbers.tobytes() == key * count
@@ -267,7 +267,7 @@ class InfoReader:
             self._plans[key] = self._plan([int(numbers[0])] if same_schema else key)
         plan = self._plans[key]
         if plan is None:
-            return self._merge_rows(rows, count, pickled, final_obs)
+            return self._merge_rows(rows, count, by_row, final_obs)
         infos: dict[Any, Any] = {}
         if same_schema:
             _fill_from_one_schema(infos, plan, rows, self._all_rows[:count])
@@ -320,11 +320,11 @@ class InfoReader:
         numbers = self._numbers if rows is None else self._numbers[rows]
         return any(number > BY_PICKLE and self._schemas[number].has_chunks for number in set(numbers.tolist()))
 
-    def unmerged(self, rows: Iterable[int], pickled: Mapping[int, Any], final_obs: Mapping[int, Any]) -> list[Any]:
+    def unmerged(self, rows: Iterable[int], by_row: Mapping[int, Any], final_obs: Mapping[int, Any]) -> list[Any]:
         """Return the infos of some rows unmerged, with their ``final_obs``. For the arguments see :meth:`read`."""
         infos: list[Any] = []
         for row in rows:
-            info = pickled[row] if row in pickled else self.row_info(row)
+            info = by_row[row] if row in by_row else self.row_info(row)
             if row in final_obs:
                 info = {**info, "final_obs": final_obs[row]}
             elif type(info) is dict:
@@ -333,10 +333,10 @@ class InfoReader:
         return infos
 
     def _merge_rows(
-        self, rows: Array | None, count: int, pickled: Mapping[int, Any], final_obs: Mapping[int, Any]
+        self, rows: Array | None, count: int, by_row: Mapping[int, Any], final_obs: Mapping[int, Any]
     ) -> dict[Any, Any]:
         indices = range(count) if rows is None else rows.tolist()
-        return self.merger.merge(self.unmerged(indices, pickled, final_obs), indices)
+        return self.merger.merge(self.unmerged(indices, by_row, final_obs), indices)
 
 
 class WorkerInfos(RowInfos):
@@ -346,36 +346,36 @@ class WorkerInfos(RowInfos):
         reader: Reads shared memory.
         rows: Environment indices, in the order of the result; ``None`` for all of them.
         count: Number of rows.
-        pickled, final_obs: By environment; see :meth:`InfoReader.read`.
+        by_row, final_obs: By environment; see :meth:`InfoReader.read`.
     """
 
-    __slots__ = ("_count", "_final_obs", "_pickled", "_reader")
+    __slots__ = ("_by_row", "_count", "_final_obs", "_reader")
 
     def __init__(
-        self, reader: InfoReader, rows: Array | None, count: int, pickled: Mapping[int, Any], final_obs: Mapping[int, Any]
+        self, reader: InfoReader, rows: Array | None, count: int, by_row: Mapping[int, Any], final_obs: Mapping[int, Any]
     ) -> None:
         self.env_ids = rows
-        self._reader, self._count, self._pickled, self._final_obs = reader, count, pickled, final_obs
+        self._reader, self._count, self._by_row, self._final_obs = reader, count, by_row, final_obs
 
     def rows(self) -> list[Any]:
-        if not (self._pickled or self._final_obs or self._reader.has_infos(self.env_ids)):
+        if not (self._by_row or self._final_obs or self._reader.has_infos(self.env_ids)):
             return [{} for _ in range(self._count)]
         rows = range(self._count) if self.env_ids is None else self.env_ids.tolist()
-        return self._reader.unmerged(rows, self._pickled, self._final_obs)
+        return self._reader.unmerged(rows, self._by_row, self._final_obs)
 
     def row(self, position: int) -> Any:
         row = position if self.env_ids is None else int(self.env_ids[position])
-        return self._reader.unmerged([row], self._pickled, self._final_obs)[0]
+        return self._reader.unmerged([row], self._by_row, self._final_obs)[0]
 
     def merged(self) -> dict[Any, Any]:
         rows = self.env_ids
-        infos = self._reader.read(rows, self._count, self._pickled, self._final_obs)
+        infos = self._reader.read(rows, self._count, self._by_row, self._final_obs)
         if rows is not None:
             infos["env_id"], infos["_env_id"] = rows.copy(), rows >= 0
         return infos
 
     def executed_steps(self) -> npt.NDArray[np.int64] | int:
-        if not self._pickled and not self._reader.has_chunks(self.env_ids):
+        if not self._by_row and not self._reader.has_chunks(self.env_ids):
             return 1
         return super().executed_steps()
 

@@ -94,7 +94,7 @@ FULL_HEAD: Final = HEAD + _LENGTH.size
 
 pack_head: Final = _HEADER.pack
 """``(operation, number) -> bytes``: a message without a payload. Pass plain ints: packing an enum takes longer."""
-pack_number: Final = struct.Struct("<I").pack
+pack_seq: Final = struct.Struct("<I").pack
 """``number -> bytes``: a sequence number, as at the end of such a message."""
 
 
@@ -103,8 +103,8 @@ def is_call(op: int) -> bool:
     return op & ~OVERLAPS > LAST_STEP_OP
 
 
-def number_of(message: bytes) -> bytes:
-    """Return the sequence number in a message, as :data:`pack_number` packs it."""
+def packed_seq_of(message: bytes) -> bytes:
+    """Return the sequence number in a message, as :data:`pack_seq` packs it."""
     return message[1:HEAD]
 
 

@@ -55,7 +55,7 @@ class Store(Protocol):
     """The interface of all stores."""
 
     observations: Any
-    in_use: bool = False
+    must_renew: bool = False
     """True if :meth:`renew` has to be called before a message that may change observations."""
 
     def accept(self, row: int, observation: Any) -> None:
@@ -173,14 +173,14 @@ class LendingStore(SharedStore):
         self._previous = None
         if not copy or not self._lender.is_useful() or not self._can_renew():
             return super().batch(copy)
-        self.in_use = True
+        self.must_renew = True
         return self._tree.build(iter(self._lender.lend(self._current)))
 
     def pin(self) -> Any:
         self._pinned = None
         if not self._can_renew():
             return None
-        self.in_use, self._pinned = True, self._current
+        self.must_renew, self._pinned = True, self._current
         return self.observations
 
     def _can_renew(self) -> bool:
@@ -194,7 +194,7 @@ class LendingStore(SharedStore):
         self._cell[0] = new
         self._use(self._batches[new])
         self._current, self._previous = new, None if keep else old
-        self.in_use = False  # last, so that the next call repeats an interrupted one
+        self.must_renew = False  # last, so that the next call repeats an interrupted one
 
     def restore_rows(self, rows: Collection[int]) -> None:
         if self._previous is not None and rows:
@@ -202,12 +202,12 @@ class LendingStore(SharedStore):
                 target[list(rows)] = source[list(rows)]
 
     def set_row(self, row: int, observation: Any) -> None:
-        if self.in_use:
+        if self.must_renew:
             self.renew()
         super().set_row(row, observation)
 
     def clear_row(self, row: int) -> None:
-        if self.in_use:
+        if self.must_renew:
             self.renew()
         super().clear_row(row)
 

@@ -75,8 +75,8 @@ class HostsDriver(WorkerDriver):
         self.pool, self.mode, self.restarts_rows = pool, mode, policy["restart"]
         self.exchange = HostExchange(self.state, self.counters, self.timeout_error, pool, observation_space, mode, **policy)
         self.num_envs = self.batch_size = n = self.exchange.num_envs
-        self.store, self.failures = self.exchange.store, self.exchange.failures
-        self.observers = self.failures.observers
+        self.store, self.failure_log = self.exchange.store, self.exchange.failure_log
+        self.observers = self.failure_log.observers
         self._action_space, tree = action_space, fixed_tree(action_space, "action")
         self._actions = np.zeros(n, record_type(tree))
         leaves = [self._actions[name] for name in self._actions.dtype.names or ()]
@@ -103,8 +103,8 @@ class HostsDriver(WorkerDriver):
         action_by_row = None if action_list is None else dict(zip(rows, action_list, strict=True))
         request = HostRequest("step", rows if isinstance(rows, range) else sorted(rows))
         rows_to_step, held, seeds = request.rows, list[int](), dict[int, Any]()
-        if exchange.failures.rows_to_rebuild or exchange.held:
-            to_rebuild = exchange.failures.rows_to_rebuild.intersection(rows)
+        if exchange.failure_log.rows_to_rebuild or exchange.held:
+            to_rebuild = exchange.failure_log.rows_to_rebuild.intersection(rows)
             held = sorted((exchange.held.keys() & set(rows)) - to_rebuild)
             exchange.replace_hosts(to_rebuild, count=True)
             rows_to_step = [row for row in rows_to_step if row not in to_rebuild and row not in held]
@@ -147,7 +147,7 @@ class HostsDriver(WorkerDriver):
                 exchange.request = request
             # with restarts, the last observation stays, because it becomes the `final_obs` of the row
             if isinstance(exchange.store, SharedStore) and not exchange.restart:
-                for row in exchange.failures.failed.keys() - set(rows):
+                for row in exchange.failure_log.failed.keys() - set(rows):
                     exchange.store.clear_row(row)
             exchange.forget(rows)
             for part, arguments in parts:
@@ -261,7 +261,7 @@ class HostsDriver(WorkerDriver):
         name = method or command
         parts = [(part, cloudpickle.dumps((name, *arguments_for(part)))) for part in exchange.split(request, request.rows)]
         if dead_rows := [row for part, _ in parts if part.host.death for row in part.rows]:
-            raise failed_earlier_error({row: exchange.failures.failed.get(row, "its host died") for row in dead_rows})
+            raise failed_earlier_error({row: exchange.failure_log.failed.get(row, "its host died") for row in dead_rows})
         if announced is not None:
             for observer in self.observers:
                 observer.on_call(list(rows), command, announced)
@@ -287,7 +287,7 @@ class HostsDriver(WorkerDriver):
         Raises:
             NotRestorable: An environment has failed or cannot be saved, or its worker or host is dead.
         """
-        failures = self.exchange.failures
+        failures = self.exchange.failure_log
         earlier_errors, num_errors = list(failures.errors), failures.num_errors
         try:
             return self.save(list(range(self.num_envs)), verify=False)
@@ -317,7 +317,7 @@ class HostsDriver(WorkerDriver):
         with deferred_signals():
             request = self._begin_call("load", rows, arguments_for, (parsed,))
             # an interrupted load may have changed any of these environments
-            self.exchange.failures.mark_for_rebuild(rows, "the load of its state was interrupted")
+            self.exchange.failure_log.mark_for_rebuild(rows, "the load of its state was interrupted")
         try:
             self.exchange.finish_call()
         except Exception as error:
@@ -343,7 +343,7 @@ class HostsDriver(WorkerDriver):
 
     def state_dict(self, rows: list[int], spaces: list[Any], verify: bool) -> dict[str, Any]:
         """Return the states of rows, counters, seeds and the generators of ``spaces`` in one dict."""
-        counts = self.counters.steps, self.counters.resets, self.exchange.failures.restarts
+        counts = self.counters.steps, self.counters.resets, self.exchange.failure_log.restarts
         return pack_state(self.save(rows, verify), self.mode, counts, self.exchange.seeds, spaces)
 
     def load_state_dict(self, state: Mapping[str, Any], rows: list[int], spaces: list[Any]) -> Any:
@@ -351,7 +351,7 @@ class HostsDriver(WorkerDriver):
         vector_state = read_state(state, len(rows), self.mode, spaces)
         observations = self.load(vector_state.snapshots, rows)
         self.exchange.seeds = vector_state.seeds
-        vector_state.load(self.counters, self.failures)
+        vector_state.load(self.counters, self.failure_log)
         return observations
 
     # -- pending requests -------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ class HostsDriver(WorkerDriver):
     # -- statistics and shutdown ------------------------------------------------------------------------------------------
 
     def _compute_stats(self) -> dict[str, float]:
-        stats, failures = super()._compute_stats(), self.exchange.failures
+        stats, failures = super()._compute_stats(), self.exchange.failure_log
         host_stats = list(self.pool.call_all("stats").values())  # of hosts that reply in time
         stats["errors"] = float(failures.num_errors)
         stats["restarts"] = float(failures.restarts)
@@ -404,7 +404,7 @@ class HostsDriver(WorkerDriver):
             rows = self.pool.hosts[index].rows
             for text in texts:
                 warn(f"host {index} (its env 0 is env {rows.start} here): {text}")
-        self.exchange.failures.restart_log.close()
+        self.exchange.failure_log.restart_log.close()
 
     def release(self) -> None:
         """Release pending requests and observers after ``close()``. Idempotent."""

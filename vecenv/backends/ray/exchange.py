@@ -117,7 +117,7 @@ class HostExchange:
         self.state, self.counters, self._timeout_error, self.pool, self.mode = state, counters, timeout_error, pool, mode
         self.restart, self.step_timeout = restart, step_timeout
         self.num_envs = n = sum(len(host.rows) for host in pool.hosts)
-        self.failures = Failures(budget, lambda: counters.own_steps / n)
+        self.failure_log = Failures(budget, lambda: counters.own_steps / n)
         self.rewards, self.terminations, self.truncations = np.zeros(n), np.zeros(n, np.bool_), np.zeros(n, np.bool_)
         tree = fixed_tree(observation_space)
         self._records = record_type(tree, results=True)
@@ -175,9 +175,9 @@ class HostExchange:
         if request.seeds is not None and not again:
             given = [request.seeds[row] for row in rows]
             new_seeds = [fresh if seed is None else seed for seed, fresh in zip(given, new_seeds, strict=True)]
-        if rows and self.failures.observers:
+        if rows and self.failure_log.observers:
             with deferred_signals():
-                for observer in self.failures.observers:
+                for observer in self.failure_log.observers:
                     observer.on_reset(rows, new_seeds, select_options(request.options, rows))
         return dict(zip(rows, new_seeds, strict=True))
 
@@ -197,7 +197,7 @@ class HostExchange:
 
     def forget(self, rows: Collection[int]) -> None:
         """Forget the failures and held results of rows that are reset or loaded."""
-        self.failures.forget(rows)
+        self.failure_log.forget(rows)
         for row in rows:
             self.held.pop(row, None)
 
@@ -328,7 +328,7 @@ class HostExchange:
         late = {part.host.index: (part.host, part.request.command) for part in reversed(self.parts.values())}
         if not self.restart:
             error = self._timeout_error(method, limit)
-            self.failures.record_late(error, list(late.values()))
+            self.failure_log.record_late(error, list(late.values()))
             raise error
         with self.changing():
             for host, _ in late.values():
@@ -342,7 +342,7 @@ class HostExchange:
         if not isinstance(reply, (HostReply, Lost)):  # results of all rows, and nothing else: the usual case
             records, leaves = (reply, []) if isinstance(reply, bytes) else reply
             reply = HostReply(rows, fields(records, NUMBERS if leaves else self._records, len(rows)) + leaves)
-            if not rebuilds and not self.failures.failed:
+            if not rebuilds and not self.failure_log.failed:
                 self._write(reply)  # can be repeated after an interruption
                 self.state.changing = True
                 del self.parts[reference]
@@ -358,8 +358,8 @@ class HostExchange:
             self._write(reply)
             if errors := self._apply_events(request, host, reply):
                 self.unraised.append((errors, set(rows).difference(reply.rows) if request.command in PHASES else ()))
-            self.failures.set_failed(host, reply.failed)
-            self.failures.restarts += reply.restarts
+            self.failure_log.set_failed(host, reply.failed)
+            self.failure_log.restarts += reply.restarts
             for row, last in previous.items():
                 self._write_rebuilt_row(request.command == "step", row, last)
             self.ready.update(dict.fromkeys(reply.rows, request.command))
@@ -373,10 +373,10 @@ class HostExchange:
         """Record the fatal failures in a request that was dropped, and count the restarts."""
         if not isinstance(reply, HostReply):
             return
-        self.failures.restarts += reply.restarts
+        self.failure_log.restarts += reply.restarts
         for event in reply.events:
             if isinstance(event, RemoteFailure) and event.fatal:
-                self.failures.record(part.host, part.request.command, event, dropped=not event.worker_died)
+                self.failure_log.record(part.host, part.request.command, event, dropped=not event.worker_died)
 
     def _apply_events(self, request: HostRequest, host: RemoteHost, reply: HostReply) -> Errors:
         """Apply the reply's outcome, events and error, and return the errors to raise."""
@@ -391,16 +391,16 @@ class HostExchange:
             request.results.update(outcome.results)
             for failure in outcome.failures:
                 error = failure.error if isinstance(failure.error, PackedError) else pack_error(failure.error)
-                errors += self.failures.record(host, request.command, RemoteFailure([failure.env], error, fatal=False))
+                errors += self.failure_log.record(host, request.command, RemoteFailure([failure.env], error, fatal=False))
         for event in reply.events:
             if not isinstance(event, RemoteFailure):
-                for observer in self.failures.observers:
+                for observer in self.failure_log.observers:
                     try:
                         observer.on_reset(event.rows, event.seeds, event.options)
                     except Exception as error:
                         errors.append((None, error))
                 continue
-            recorded = self.failures.record(host, request.command, event)
+            recorded = self.failure_log.record(host, request.command, event)
             if reply.raises:
                 errors += recorded
         if reply.error is not None:
@@ -432,7 +432,7 @@ class HostExchange:
         when = "while idle" if not lost else f"during {host.command}"
         host.death = f"{host.label}, {envs_text(host.rows)}, died {when}: {reason}"
         self.pool.cluster.kill(host.index)
-        self.failures.record_death(host)
+        self.failure_log.record_death(host)
         for reference, part in lost.items():
             del self.parts[reference]
             if self.restart and part.request.command in PHASES:
@@ -450,7 +450,7 @@ class HostExchange:
         for host in list(self.pool.hosts):
             if host.death and not set(host.rows).isdisjoint(rows):
                 if count:
-                    self.failures.count_restart(host)
+                    self.failure_log.count_restart(host)
                 self.pool.replace(host)
 
     def _rebuild_lost(self) -> None:

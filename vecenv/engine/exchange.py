@@ -74,9 +74,9 @@ class Exchange:
         workers = pool.workers
         self.state.changing = True
         if changes.store.must_renew:
-            # With `keep`, the new batch begins as a copy of the previous one, and `restore_rows` does nothing. `recv` needs
-            # that, because several sends write into one batch: if a row fails in a later one, the observation that it must
-            # keep is in this batch, not in the previous one.
+            # `keep` copies the previous batch into the new one. A step of all rows does without: `restore_rows` takes failed
+            # rows from the previous batch. For `recv`, several sends write into one batch, so the last observation of a row
+            # that fails later may be only in this one.
             changes.store.renew(keep=for_recv)
         seq = changes.next_seq()
         request = Request("step", for_recv, len(workers))
@@ -342,7 +342,7 @@ class Exchange:
         The next flush continues one that was interrupted outside of its blocks.
         """
         pool = self.pool
-        if pool.held or len(pool.write_results) < len(pool.processes):  # a message is in no channel yet
+        if pool.held or len(pool.written_to_all) < len(pool.processes):  # a message is in no channel yet
             self.state.changing = True
             for worker in pool.queue_rest():
                 self.changes.handle_death(worker)  # there should be none (see `handle_death`)
@@ -396,7 +396,7 @@ class Exchange:
                     self.flush()  # rebuild messages, before the program handles the exception
                     return True
                 if must_wait:
-                    if pool.unflushed or pool.held or len(pool.write_results) < len(processes):  # unwritten messages
+                    if pool.unflushed or pool.held or len(pool.written_to_all) < len(processes):  # unwritten messages
                         if not self._wait_for_next_replies(deadline):
                             return False
                         continue

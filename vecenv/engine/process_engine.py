@@ -273,6 +273,8 @@ class Engine(WorkerDriver):
         def take_observations() -> Any:
             if not in_order:
                 return self.store.take(rows)
+            # `batch(copy=True)` may lend the batch: later steps then write into another one. With `copy=False`, the arrays
+            # that `step` returns have to stay the same.
             return self.store.batch(copy=True) if self.copies else self.store.copy()
 
         try:

@@ -59,9 +59,9 @@ class Request:
     Attributes:
         command: ``"step"``, ``"reset"`` or the name of a call.
         remaining: The number of messages without a reply.
-        for_recv: True if ``recv`` returns the rows, which become ready message by message. ``Exchange.request`` does not
-            refer to it then, only its pending messages and ``StateChanges.unsettled``. False if one method returns all
-            rows, or ``Submissions`` returns the result.
+        for_recv: True if ``recv`` returns the rows, which become ready message by message. Then only its pending messages
+            and ``StateChanges.unsettled`` refer to it, not ``Exchange.request``. False if one method returns all rows, or
+            ``Submissions`` returns the result.
         rows: The rows of a reset or of a request of ``Submissions``; ``None`` for other steps and calls.
         seeds, options: The arguments of a reset, for all environments and not only for ``rows``.
         droppable: True for a call that the next method may drop: one that a single method submits and waits for, or one that

@@ -73,9 +73,8 @@ class StateChanges:
         not_stepped: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
         unsettled: Requests for ``recv`` with failures that :meth:`settle_for_recv` has to handle.
-        unraised: Exceptions that the next calls of ``recv`` raise, each with its unfinished rows, which stay in flight until
-            then. This set is empty if, without restarts, all failed rows have results that could not be sent in full: these
-            rows are ready.
+        unraised: Exceptions that the next calls of ``recv`` raise, each with the rows that wait for it and stay in flight
+            until then. There may be none: without restarts, a row that only lacks an info or a final observation is ready.
         warned: Fields for which a warning was logged.
     """
 
@@ -438,7 +437,7 @@ class StateChanges:
 
         A reply of a worker that was killed for a hang is not applied: the signal for its stack may have ended the hang with
         an error that is not the environment's. Messages to a worker that is known to be dead are lost, too: there should be
-        none, but no wait for them would end.
+        none, but a wait for them would never end.
         """
         if worker.death is not None and not worker.pending:
             return
@@ -458,9 +457,9 @@ class StateChanges:
             request.create_containers()
             request.remaining -= 1
             request.lost.update(rows)
-            unfinished = request.rebuilding.keys() & set(rows)
-            self.failure_log.restart_counted -= unfinished  # a death during their rebuild counts as another restart
-            for row in unfinished:
+            in_rebuild = request.rebuilding.keys() & set(rows)
+            self.failure_log.restart_counted -= in_rebuild  # a death during their rebuild counts as another restart
+            for row in in_rebuild:
                 del request.rebuilding[row]
             if death not in request.deaths:
                 request.deaths.append(death)

@@ -105,8 +105,8 @@ class WorkerPool:
         workers: ``local`` and ``processes`` together, in the order of their rows.
         wait_order: Indices of ``processes``, in the order in which to wait for their replies.
         unflushed: Workers with bytes in their channels that :meth:`flush` has yet to write.
-        write_results: What the writes of the latest message to all returned. Only its length matters: that many processes,
-            from the first, have the message in their pipe or channel. ``list.extend`` keeps entries before an exception.
+        written_to_all: One entry, of no meaning, for each process (from the first) that has the latest message to all in its
+            pipe or channel. It is a list because ``list.extend`` keeps the entries before an exception.
         held: Messages that wait until fewer than ``max_concurrency`` sent ones have no reply: (worker, bytes,
             ``makes_busy``), where the last is False for a call, which waits only for held messages before it.
         seconds_waited: The total time of all waits for replies.
@@ -136,7 +136,7 @@ class WorkerPool:
         self.workers: list[Worker] = []
         self.wait_order: list[int] = []
         self.unflushed: set[WorkerProcess] = set()
-        self.write_results: list[int] = []
+        self.written_to_all: list[int] = []
         self.max_concurrency = options.max_concurrency
         self.held: deque[tuple[WorkerProcess, bytes, bool]] = deque()
         self.failures_in_close: list[Failure] = []
@@ -396,14 +396,14 @@ class WorkerPool:
         if self.local is not None:
             self.local.unexecuted.append((op, seq, None))
         if self.processes:
-            self._message_to_all, self.write_results = pack_head(op, seq), []
+            self._message_to_all, self.written_to_all = pack_head(op, seq), []
 
     def write_to_all(self) -> None:
         """Write the message to all in one call into C. A pipe accepts such a short message whole or not at all."""
         if self.unflushed:
             return  # other bytes go first: the next `Exchange.flush` queues this message behind them
         try:
-            self.write_results.extend(map(write, self._write_fds, repeat(self._message_to_all)))
+            self.written_to_all.extend(map(write, self._write_fds, repeat(self._message_to_all)))
         except TimeoutError:  # from a signal handler
             raise
         except OSError:  # a pipe is full, or a worker has ended: the next `Exchange.flush` queues the rest
@@ -411,7 +411,7 @@ class WorkerPool:
 
     def queue_rest(self) -> list[WorkerProcess]:
         """Queue the message to all for the workers to which it was not written; return those of them that are dead."""
-        rest = self.processes[len(self.write_results) :]
+        rest = self.processes[len(self.written_to_all) :]
         for worker in rest:
             if worker.death is None:
                 worker.channel.queue(self._message_to_all)
@@ -420,7 +420,7 @@ class WorkerPool:
         return [worker for worker in rest if worker.death is not None]
 
     def _mark_message_to_all_written(self) -> None:
-        self.write_results = [0] * len(self.processes)
+        self.written_to_all = [0] * len(self.processes)
 
     def drop_outside_channels(self) -> None:
         """Drop messages that are in no channel yet. Bytes queued in a channel stay, and precede its next message."""

@@ -126,8 +126,8 @@ class WorkerProcess:
         death: How it ended; ``None`` while it is alive.
         was_late: True if a reply was late; ``close()`` then waits less for this worker.
         limit_from: The time from which ``step_timeout`` counts, if it is later than the beginning of the caller's wait;
-            minus infinity at first. Set when a held message is released, and after each reply before
-            ``restart_deadline``.
+            minus infinity at first. Set when a held message is released, and after each reply while there is
+            a ``restart_deadline``.
         restart_deadline: The ``time.monotonic()`` after which waits kill a replacement that has not started or, with
             ``step_timeout``, a process with a pending rebuild that has not replied to its oldest message; 0.0: none. Set by
             ``StateChanges.set_deadline``: at a start, for a rebuild, after each reply, and when these were dropped.

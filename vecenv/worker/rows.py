@@ -485,9 +485,10 @@ class EnvRows:
         return self._finish()
 
     def rebuild(self, ks: list[int], seeds: Sequence[Any], options: Any, *, reset_due: bool) -> Outcome:
-        """Close the used environments of rows ``ks``; then reset all of ``ks``, which builds the missing environments.
+        """Reset rows ``ks`` after failures; this builds environments that were closed when they raised.
 
-        The environments of a new process are unused, so they are only reset.
+        An environment that is still open although its row failed (its result could not be sent, or its info is not a dict)
+        is closed first. A new process has just built its environments, so they are only reset.
         """
         for k in ks:
             if self._used[k]:

@@ -74,9 +74,9 @@ class Exchange:
         workers = pool.workers
         self.state.changing = True
         if changes.store.must_renew:
-            # `keep` copies the previous batch into the new one. A step of all rows does without: `restore_rows` takes failed
-            # rows from the previous batch. For `recv`, several sends write into one batch, so the last observation of a row
-            # that fails later may be only in this one.
+            # The program may hold the previous batch, so workers write into another. A step of all rows overwrites all
+            # of it, and `restore_rows` takes rows that fail from the previous one. For `recv`, later sends write into the
+            # new batch, too, so it must be complete: `keep` copies the previous batch into it.
             changes.store.renew(keep=for_recv)
         seq = changes.next_seq()
         request = Request("step", for_recv, len(workers))
@@ -304,7 +304,7 @@ class Exchange:
             ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True
-            if limit is not None and self.pool.watchdog.late:  # others reply, so the deadline is never reached
+            if limit is not None and self.pool.watchdog.late:  # every `recv` has a new deadline, and others reply before it
                 busy = self.pool.find_busy_workers(limit)
                 self._end_late_steps("recv", [worker for worker in self.pool.watchdog.take_late() if worker in busy])
             if in_flight < enough:
@@ -390,8 +390,8 @@ class Exchange:
         for position, index in enumerate(pool.wait_order):
             must_wait = position == 0  # most of the others have replied by then, so try to read first
             while (worker := processes[index]).pending:  # a dead worker may be replaced meanwhile
-                # With rows in flight, this is `recv`. Without, `unraised` may still have an exception without rows (see
-                # `StateChanges`), which must not end the wait for another request.
+                # With rows in flight, this wait is that of `recv`, which raises. Otherwise it is for another request: an
+                # exception without rows (see `StateChanges.unraised`) must not end it, and is left for the next `recv`.
                 if changes.unraised and self.in_flight:
                     self.flush()  # rebuild messages, before the program handles the exception
                     return True

@@ -59,8 +59,8 @@ class FailureLog:
         num_errors: The number of all records so far.
         failed: Row -> description of the failure, for rows that have to be rebuilt.
         deaths: Row -> the death of its worker, for failed rows of dead workers, even after the worker was replaced.
-        restart_counted: Failed rows with a restart that the budget has counted. If it could not begin, because no process
-            could be started or an observer raised, the next attempt is not counted; a failure during the rebuild is.
+        restart_counted: Failed rows with a restart that the budget has counted. Another attempt, because no process could
+            be started or an observer raised, is not counted again. A failure during the rebuild counts as another restart.
         restarts: The number of restarts.
         restart_log: Writes the log lines about restarts.
         notes: Row -> the observers' notes about its latest failure.

@@ -2,7 +2,8 @@
 
 Nothing here writes messages or waits for replies; handling a death may wait for the process to end. All methods, except
 ``set_deadline`` (a single store), are called inside blocks of state changes (see :mod:`vecenv.engine.exchange`), which end
-before the queued messages are written.
+before the queued messages are written. Expected errors are returned, not raised: an exception that leaves a block counts as
+an interruption, so the caller raises them after the block.
 
 docs/architecture.md describes replies and restarts: *The life of a step*, *The life of a failure*.
 """
@@ -74,7 +75,8 @@ class StateChanges:
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
         unsettled: Requests for ``recv`` with failures that :meth:`settle_for_recv` has to handle.
         unraised: Exceptions that the next calls of ``recv`` raise, each with the rows that wait for it and stay in flight
-            until then. There may be none: without restarts, a row that only lacks an info or a final observation is ready.
+            until then. The set of rows may be empty: without restarts, a row that only lacks an info or a final
+            observation is ready at once.
         warned: Fields for which a warning was logged.
     """
 
@@ -192,14 +194,6 @@ class StateChanges:
         if request not in self.unsettled:
             self.unsettled.append(request)
 
-    def _find_unfinished_rows(self, request: Request) -> set[int]:
-        """Return the rows without a result and, with restarts, all that failed, so that their results are replaced.
-
-        ``recv`` returns them once they are rebuilt, or raises for them.
-        """
-        restart = self.policy.restart
-        return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
-
     def settle_for_recv(self) -> None:
         """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
         while self.unsettled:
@@ -264,7 +258,7 @@ class StateChanges:
         else:
             self._decode_and_apply(worker, message)
         if worker.restart_deadline:
-            self._begin_next(worker)
+            self._restart_time_limit(worker)
         return True
 
     def _decode_and_apply(self, worker: WorkerProcess, message: bytes) -> None:
@@ -370,6 +364,14 @@ class StateChanges:
         request.lost.clear()
         return error, unfinished
 
+    def _find_unfinished_rows(self, request: Request) -> set[int]:
+        """Return the rows without a valid result: lost with a worker, failed without a result or, with restarts, failed.
+
+        :meth:`settle` rebuilds them, or returns an exception for them; until then, ``recv`` does not return them.
+        """
+        restart = self.policy.restart
+        return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
+
     def _lacks_reset(self, request: Request) -> bool:
         """True if environments raised in a step before any reset, and without an earlier step or load."""
         if request.command != "step" or self.counters.resets or request.deaths or request.rebuilding:
@@ -420,7 +422,7 @@ class StateChanges:
                         return error
         return None
 
-    def _begin_next(self, worker: WorkerProcess) -> None:
+    def _restart_time_limit(self, worker: WorkerProcess) -> None:
         """Let the time limit of a worker's next message count from now: the caller's wait or the deadline began earlier."""
         worker.limit_from = time.monotonic()
         self.set_deadline(worker)
@@ -446,7 +448,7 @@ class StateChanges:
                 while (message := worker.channel.receive()) is not None:
                     self._decode_and_apply(worker, message)
         pending = list(worker.pending)
-        with deferred_signals():  # `drop_all` could not make up for a part of this
+        with deferred_signals():  # a reset after an interruption could not complete this
             is_new = worker.death is None
             death = worker.reap()
             if is_new:

@@ -105,8 +105,8 @@ class WorkerPool:
         workers: ``local`` and ``processes`` together, in the order of their rows.
         wait_order: Indices of ``processes``, in the order in which to wait for their replies.
         unflushed: Workers with bytes in their channels that :meth:`flush` has yet to write.
-        written_to_all: One entry, of no meaning, for each process (from the first) that has the latest message to all in its
-            pipe or channel. It is a list because ``list.extend`` keeps the entries before an exception.
+        written_to_all: The results of the writes of the latest message to all. Only their number matters: that many
+            processes, from the first, have it in their pipe or channel. ``list.extend`` keeps those before an exception.
         held: Messages that wait until fewer than ``max_concurrency`` sent ones have no reply: (worker, bytes,
             ``makes_busy``), where the last is False for a call, which waits only for held messages before it.
         seconds_waited: The total time of all waits for replies.

@@ -136,17 +136,18 @@ def test_timeout_excludes_the_time_in_which_max_concurrency_holds_requests(on_fa
     assert [result.attempts for result in results] == [1] * 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_timeout_excludes_requests_that_max_concurrency_holds_during_the_policy(on_failure: Any) -> None:
     """A call of the policy takes longer than the limits of all rows together."""
 
     def choose_slowly(observations: Any, rngs: Any) -> Any:
-        time.sleep(1.0)
+        time.sleep(3.2)
         return choose_actions(observations, rngs)
 
     slow = functools.partial(SlowWalk, pause=0.05, longest=1)
     with open_engine([slow] * 3, max_concurrency=1, on_failure=on_failure) as envs:
-        results = vecenv.evaluate(envs, choose_slowly, 3, seed=SEED, retries=0, timeout=0.2)
+        results = vecenv.evaluate(envs, choose_slowly, 3, seed=SEED, retries=0, timeout=1.0)
     assert [(result.error, result.attempts) for result in results] == [(None, 1)] * 3
 
 

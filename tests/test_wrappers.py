@@ -178,6 +178,7 @@ def test_thawed_rows_continue_the_statistics_of_the_frozen_one() -> None:
             assert play_until_the_end(envs) == [5, 5]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="frozen copies need Linux")
 def test_copy_frozen_without_the_wrapper_warns_and_counts_from_the_thaw() -> None:
     with open_engine(counters(2, lengths=(5,)), num_workers=None) as engine:

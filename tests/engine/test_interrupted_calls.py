@@ -218,6 +218,7 @@ class EnvFnThatMayHang:
         return CountingEnv(0)
 
 
+@pytest.mark.long
 def test_interrupted_worker_start_keeps_its_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = vecenv.WorkerOptions(start_timeout=2.0)
     with open_engine([EnvFnThatMayHang(tmp_path / "hang")], num_workers=1, worker_options=options) as envs:

@@ -318,6 +318,7 @@ class SleepingEnv(gym.Env[Any, Any]):
         return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
+@pytest.mark.long
 def test_step_that_waits_behind_a_slow_rebuild_has_its_full_time(tmp_path: Path) -> None:
     env_fns = [partial(SleepingEnv, tmp_path / str(row)) for row in range(2)]
     with ready_engine(env_fns, num_workers=1, on_failure="restart", step_timeout=0.5) as envs:
@@ -329,6 +330,7 @@ def test_step_that_waits_behind_a_slow_rebuild_has_its_full_time(tmp_path: Path)
         assert len(envs.errors) == envs.stats()["restarts"] == 1
 
 
+@pytest.mark.long
 def test_time_limit_of_a_rebuild_excludes_the_messages_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock jumps twice while other rows are stepped. The jumps together, but not each, exceed the time limit."""
     env_fns, monotonic = [partial(SleepingEnv, tmp_path / str(row)) for row in range(3)], time.monotonic
@@ -393,6 +395,7 @@ class SlowEnv(SleepingEnv):
         return super().step(action)
 
 
+@pytest.mark.long
 def test_step_timeout_ends_a_hang_after_a_rebuild_although_rows_were_always_in_flight(tmp_path: Path) -> None:
     env_fns = [partial(SlowEnv, tmp_path / str(row)) for row in range(2)]
     with ready_engine(env_fns, num_workers=1, on_failure="restart", step_timeout=1.0) as envs:

@@ -86,6 +86,7 @@ def test_step_timeout_of_a_reset_excludes_the_start_of_the_process() -> None:
     assert max(result.attempts for result in results if result.index != 5) <= 2
 
 
+@pytest.mark.long
 def test_end_of_an_episode_does_not_shorten_the_timeout_of_another() -> None:
     """The last step of episode 2 waits for the last step of episode 1 in the same worker."""
     with open_engine([functools.partial(SlowWalk, pause=0.5, lengths=(1, 2, 1))] * 2, num_workers=1) as envs:
@@ -93,6 +94,7 @@ def test_end_of_an_episode_does_not_shorten_the_timeout_of_another() -> None:
     assert [(result.error, result.attempts) for result in results] == [(None, 1)] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_policy_that_takes_longer_than_the_timeout_fails_no_episode(on_failure: Any) -> None:
     """While the policy decides for the first ready environment, the others finish, but exceed the timeout."""

@@ -806,6 +806,7 @@ def test_worker_continues_after_requests_for_its_stack(launch: Launch, kind: str
     assert len(stacks) > 500 or steps == 4
 
 
+@pytest.mark.long
 @pytest.mark.linux
 @WITHOUT_SPAWN
 def test_poll_sends_no_signal(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

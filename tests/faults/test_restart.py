@@ -738,6 +738,7 @@ def interrupt_caller_and_sleep(_: Any) -> None:
     time.sleep(0.5)
 
 
+@pytest.mark.long
 @pytest.mark.linux
 @pytest.mark.parametrize("method", ["fork"], indirect=True)
 def test_time_limit_of_a_rebuild_does_not_outlive_an_interrupted_call(
@@ -765,6 +766,7 @@ def test_time_limit_of_a_rebuild_does_not_outlive_an_interrupted_call(
     assert not truncations.any()
 
 
+@pytest.mark.long
 @pytest.mark.linux
 @pytest.mark.parametrize("method", ["fork"], indirect=True)
 def test_hang_of_a_step_behind_a_rebuild_is_detected_after_step_timeout(launch: Launch, tmp_path: Path) -> None:
@@ -974,6 +976,7 @@ def test_all_rows_of_a_worker_that_died_while_idle_are_restarted_by_the_next_ste
     assert infos["restarted"].all()
 
 
+@pytest.mark.long
 def test_masked_reset_that_waits_for_a_hanging_row_uses_no_cpu_time(launch: Launch) -> None:
     slow_env = SlowResetEnv(0, 0.8)
     envs = launch(
@@ -1161,6 +1164,7 @@ def test_step_sent_to_a_dead_worker_raises(launch: Launch) -> None:
         envs.step(np.array(ACTIONS[:2]))
 
 
+@pytest.mark.long
 def test_reset_of_some_rows_drops_an_interrupted_call(launch: Launch) -> None:
     envs = launch(make_env_fns(2))
     envs.reset(seed=1)

@@ -143,6 +143,7 @@ def test_replay_repeats_hang(fault: str, on_failure: str, tmp_path: Path, capsys
     assert f"in {fault}\n" in result.stack
 
 
+@pytest.mark.long
 def test_replay_of_abandoned_worker_prints_that_it_waits(tmp_path: Path) -> None:
     fns = [functools.partial(make_faulty_env, "sleep", step=1)]
     with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=tmp_path)) as envs:
@@ -178,6 +179,7 @@ def record_changed_env(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_replay_that_hangs_unlike_the_record_prints_that_it_waits(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vecenv", "replay", str(record_changed_env(tmp_path)), "--yes"]
     environ = {**os.environ, "REPLAY_FAULT": "sleep"}

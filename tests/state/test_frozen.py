@@ -162,6 +162,7 @@ def test_thawed_copies_continue_like_the_original(context: str, mode: AutoresetM
         assert_identical(run_steps(envs, 60, (0,)), results[:1])
 
 
+@pytest.mark.long
 def test_thaw_into_more_rows_than_messages_fit_into_a_pipe() -> None:
     with open_envs(24, context="fork") as envs:
         run_steps(envs, 3, ())
@@ -173,6 +174,7 @@ def test_thaw_into_more_rows_than_messages_fit_into_a_pipe() -> None:
         assert_identical(last, first)
 
 
+@pytest.mark.long
 def test_thawing_a_copy_90_times_does_not_leak_descriptors() -> None:
     with open_envs(context="fork") as envs:
         [frozen] = envs.freeze([0])
@@ -194,6 +196,7 @@ class SlowlyClosedEnv(GeneratorFunctionEnv):
         (self.folder / str(os.getpid())).touch()
 
 
+@pytest.mark.long
 def test_replaced_environments_are_closed(tmp_path: Path) -> None:
     with closing(vecenv.AsyncVectorEnv([functools.partial(SlowlyClosedEnv, tmp_path)] * 2, context="fork")) as envs:
         envs.reset(seed=5)

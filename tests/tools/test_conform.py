@@ -115,6 +115,7 @@ def test_hanging_engine_is_reported_with_its_timeout(monkeypatch: pytest.MonkeyP
     assert any("no reply within 1 s" in why for row in rows for why in row.why.values())
 
 
+@pytest.mark.long
 def test_engine_that_hangs_while_it_is_built_is_built_once_per_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecenv.tools.conform, "_CHECK_SECONDS", 1.0)
     monkeypatch.setattr(vecenv.tools.conform, "_START_SECONDS", 0.0)

@@ -304,7 +304,7 @@ class Exchange:
             ready, in_flight = len(self.ready), len(self.in_flight)
             if ready >= count:
                 return True
-            if limit is not None and self.pool.watchdog.late:  # every `recv` has a new deadline, and others reply before it
+            if limit is not None and self.pool.watchdog.late:  # each `recv` has a new deadline; others reply before
                 busy = self.pool.find_busy_workers(limit)
                 self._end_late_steps("recv", [worker for worker in self.pool.watchdog.take_late() if worker in busy])
             if in_flight < enough:
@@ -450,7 +450,7 @@ class Exchange:
             self._kill_if_overdue(first_due)
         if pool.unflushed:  # rebuild messages, which have a time limit
             self.flush()
-            return deadline is None or time.monotonic() < deadline  # rebuilds that always fail at once would go on
+            return deadline is None or time.monotonic() < deadline  # rebuilds may fail at once, again and again
         return True
 
     # -- replies -----------------------------------------------------------------------------------------------------

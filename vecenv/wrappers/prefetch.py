@@ -588,7 +588,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _finish_reset(self, row: int, observation: Any, info: Any) -> None:
         self._set_phase(row, "running")
         if isinstance(info, dict) and "restarted" in info and self._call != "reset":
-            # a truncated step, as of every engine; in next-step mode, the new episode ends at its beginning
+            # a truncated step, as in every engine; in next-step mode, the new episode ends at its beginning
             *_, final = self._final_results.pop(row, ({},))
             final_obs = final.get("final_obs", observation)
             self._results[row] = observation, 0.0, False, True, {**info, "final_obs": final_obs}

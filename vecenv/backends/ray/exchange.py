@@ -96,7 +96,7 @@ class HostExchange:
         step_timeout: Seconds until a reset or a step is considered to hang; ``None``: never.
 
     Attributes:
-        failures: The log of failures.
+        failure_log: The log of failures.
         request: The pending request, if one call returns all of its results.
         parts: Reference of a reply -> its part of a pending request.
         dropped: The same for requests that were dropped; of their replies, only fatal failures and restarts are read.
